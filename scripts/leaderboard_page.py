@@ -115,6 +115,11 @@ class Column:
     digits: int
     is_error: bool  # lower is better
 
+    def gains(self) -> dict[str, Scores]:
+        """The scores with the sign for which higher is better."""
+        sign = -1 if self.is_error else 1
+        return {e: {s: sign * x for s, x in own.items()} for e, own in self.scores.items()}
+
 
 def scores_of(
     lines: list[Line], rows: dict[str, str], score: Callable[[Line], float]
@@ -130,10 +135,9 @@ def scores_of(
 
 def compare(column: Column, base: str) -> dict[str, Comparison]:
     """Compare the entries of a column with one of them; a positive difference is better."""
-    sign = -1 if column.is_error else 1
-    signed = {e: {s: sign * x for s, x in own.items()} for e, own in column.scores.items()}
-    baseline: Scores = signed.pop(base, {})
-    return tables.compare({entry: (own, baseline) for entry, own in signed.items()})
+    gains = column.gains()
+    baseline = gains.pop(base, {})
+    return tables.compare({entry: (own, baseline) for entry, own in gains.items()})
 
 
 def task_column(lines: list[Line], name: str, length: int) -> Column:
@@ -225,6 +229,32 @@ def gains_table(found: list[Column], names: dict[str, str], base: str) -> str:
         if any(entry in each for each in compared)
     ]
     return tables.markdown(["mapping", *(column.title for column in found)], rows)
+
+
+def orders_table(lines: list[Line]) -> str:
+    """Compare s log(n) sigma(x) with sigma(s log(n) x); the correction counts the rows."""
+    after, before = "multimax_length_scale", "multimax_of_ssmax"
+    found = {
+        column.title: column
+        for name in ("noisy", "retrieval", "maximum")
+        for length in (TASKS[name].train[-1], 1024, 4096)
+        if {after, before} <= (column := task_column(lines, name, length)).scores.keys()
+    }
+    gains = {title: column.gains() for title, column in found.items()}
+    compared = tables.compare({title: (own[after], own[before]) for title, own in gains.items()})
+    rows = [
+        [
+            title,
+            *(
+                tables.mean_text(found[title].scores[entry].values(), found[title].digits)
+                for entry in (after, before)
+            ),
+            *one.cells(found[title].digits),
+        ]
+        for title, one in compared.items()
+    ]
+    head = ["task", "s log(n) sigma(x)", "sigma(s log(n) x)", "the first is better by"]
+    return tables.markdown([*head, "95 % interval", "p"], rows)
 
 
 def attention_table(lines: list[Line], entries_by_name: dict[str, Entry]) -> str:
@@ -367,6 +397,7 @@ def page(text: str) -> str:
         parts[f"{title}: gain over softmax"] = gains_table(its_columns, names, "softmax")
         over = "MultiMax" if baseline == "multimax" else "a learned temperature"
         parts[f"{title}: gain over {over}"] = gains_table(its_columns, names, baseline)
+    parts["Two orders of the length scale"] = orders_table(own)
     parts["Attention of the language models"] = attention_table(lines, entries_by_name)
     sections = "".join(
         f"\n## {title}\n\n{table}" for title, table in parts.items() if table.count("\n") > 2

@@ -104,6 +104,20 @@ def test_figure_shows_sizes_and_separate_column_heads(script, monkeypatch):
     assert all(one.x1 < other.x0 for one, other in itertools.pairwise(heads))
 
 
+def test_orders_table_counts_less_error_as_better(script):
+    lines = [
+        line_of(row, seed, score * seed, task=task)
+        for row, score in (("multimax_length_scale", 1.0), ("multimax_of_ssmax", 2.0))
+        for seed in (1, 2, 3)
+        for task in ("noisy", "maximum")
+    ]
+    rows = [row.split(" | ") for row in script.orders_table(lines).splitlines()[2:]]
+    differences = {row[0].strip("| "): row[3] for row in rows}
+    assert len(rows) == 6  # multi-key retrieval has no lines
+    assert differences["noisy retrieval, 64 (KL, nats)"] == "+2.000 ± 1.000"
+    assert differences["max retrieval, 4,096 (accuracy, %)"] == "-2.0 ± 1.0"
+
+
 def test_noisy_figure_has_the_gain_at_each_noise(script, monkeypatch):
     kept = []
     monkeypatch.setattr(script.plt, "close", kept.append)
