@@ -297,7 +297,10 @@ def page(text: str) -> str:
         old = [line for line in lines if line["seed"] < NEW_SEEDS]
         fixed = [line for line in lines if line["seed"] in experiment.power["seeds"]]
         new = [line for line in lines if line["seed"] >= NEW_SEEDS and line not in fixed]
-        sections = {group.capitalize(): (rows, old) for group, rows in experiment.groups.items()}
+        sections = {
+            group.replace("_", " ").capitalize(): (rows, old)
+            for group, rows in experiment.groups.items()
+        }
         sections["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
         sections["Seeds fixed in advance"] = (experiment.power["rows"], fixed)
         for heading, (rows, some) in sections.items():

@@ -107,6 +107,9 @@ def as_hydra_train(experiment, name, row):
 def test_rows_have_one_config_per_experiment(experiment):
     for folder in ("configs", "configs/rows"):
         assert {file.stem for file in (ROOT / folder).glob("*.yaml")} == ROWS.keys()
+    for name in ROWS:  # --rows takes both
+        found = experiment.Experiment.read(name)
+        assert not found.groups.keys() & found.changes.keys()
     for name, rows in PAPER.items():
         found = experiment.Experiment.read(name)
         assert found.groups["paper"] == rows
