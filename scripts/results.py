@@ -165,12 +165,12 @@ def kurtosis(block: list[Line]) -> str:
     return tables.mean_text((max(layer["kurtosis"] for layer in x) for x in found), 1)
 
 
-# Columns that only some lines have: {name: (the fields, the column)}.
-OPTIONAL: dict[str, tuple[set[str], Column]] = {
-    "decoded with softmax in the decoder": ({"softmax_decoding"}, mean_of("softmax_decoding")),
-    "calibration error": ({"calibration_error"}, mean_of("calibration_error", digits=4)),
-    "loss in int8": ({"int8"}, increase),
-    "kurtosis": ({"layers"}, kurtosis),
+# Columns that only some lines have: {name: (the field, the column)}.
+OPTIONAL: dict[str, tuple[str, Column]] = {
+    "decoded with softmax in the decoder": ("softmax_decoding", mean_of("softmax_decoding")),
+    "calibration error": ("calibration_error", mean_of("calibration_error", digits=4)),
+    "loss in int8": ("int8", increase),
+    "kurtosis": ("layers", kurtosis),
 }
 
 
@@ -193,8 +193,8 @@ def table(
         columns["perplexity per subword"] = mean_of("value")
     columns["validation"] = mean_of("validation")
     kept = [line for line in lines if line["row"] in rows]
-    for name, (keys, column) in OPTIONAL.items():
-        if any(keys <= line.keys() for line in kept):
+    for name, (needed, column) in OPTIONAL.items():
+        if any(needed in line for line in kept):
             columns[name] = column
     if experiment.paper_data:
         columns[f"paper, {experiment.paper_data}"] = lambda b: experiment.papers[b[0]["row"]]
@@ -294,9 +294,10 @@ def page(text: str) -> str:
         if not lines:
             continue
         text += f"\n## {title}\n"
+        power = experiment.power["seeds"]
         old = [line for line in lines if line["seed"] < NEW_SEEDS]
-        fixed = [line for line in lines if line["seed"] in experiment.power["seeds"]]
-        new = [line for line in lines if line["seed"] >= NEW_SEEDS and line not in fixed]
+        fixed = [line for line in lines if line["seed"] in power]
+        new = [line for line in lines if line["seed"] not in power and line["seed"] >= NEW_SEEDS]
         sections = {
             group.replace("_", " ").capitalize(): (rows, old)
             for group, rows in experiment.groups.items()
