@@ -108,7 +108,7 @@ def scores(experiment: Experiment, lines: list[Line], row: str) -> Scores:
 def compare(experiment: Experiment, lines: list[Line]) -> dict[str, Comparison]:
     """Compare each row with its group's softmax; the correction counts the compared rows.
 
-    `rates` compares the rows of other learning rates.
+    The rows of other learning rates are not compared.
     """
     baselines = {
         row: experiment.baselines.get(group, "softmax")
@@ -141,6 +141,7 @@ def flags(changes: dict[str, dict[str, object]]) -> str:
     for group, settings in changes.items():
         for name, value in settings.items():
             flag = lib.CHOICES[group] if name == "_name" else f"--{name.replace('_', '-')}"
+            value = value[0] if isinstance(value, list) else value  # lr: one rate
             words.append(flag if value is True else f"{flag} {value}")
     return f"`{' '.join(words)}`" if words else "the default"
 
@@ -216,47 +217,24 @@ def pairs(experiment: Experiment, lines: list[Line]) -> str:
 
 
 def rates(experiment: Experiment, lines: list[Line]) -> str:
-    """The table of each method at the learning rate that validation selects; may be empty.
+    """The table of each method's validation at all learning rates; empty if no method has all.
 
-    The selection uses the seeds that a method has at all rates.
+    The means are over the seeds that a method has at all rates.
     """
-    selected, validations = {}, {}
+    cells = []
     for method, rows in experiment.rates.items():
-        of_rates = {
-            rate: {line["seed"]: line["validation"] for line in of_row(lines, row)}
-            for rate, row in rows.items()
-        }
-        if seeds := set.intersection(*map(set, of_rates.values())):
-            means = {
-                rate: statistics.mean(found[seed] for seed in seeds)
-                for rate, found in of_rates.items()
-            }
-            validations[method] = len(seeds), means
-            selected[method] = min(means, key=means.__getitem__)
-    if "softmax" not in selected:
-        return ""
-    best = {
-        method: scores(experiment, lines, experiment.rates[method][rate])
-        for method, rate in selected.items()
-    }
-    compared = tables.compare(
-        {method: (found, best["softmax"]) for method, found in best.items() if method != "softmax"}
-    )
-    cells = [
-        [
-            method,
-            *(f"{value:.2f}" for value in validations[method][1].values()),
-            f"{validations[method][0]}",
-            f"{rate:g}",
-            ", ".join(map(str, best[method])),
-            tables.mean_text(best[method].values()),
-            *(compared[method].cells() if method in compared else ["", "", ""]),
+        of_rates = [
+            {line["seed"]: line["validation"] for line in of_row(lines, row)}
+            for row in rows.values()
         ]
-        for method, rate in selected.items()
-    ]
-    head = ["method", *(f"validation at {rate:g}" for rate in experiment.rates["softmax"])]
-    head += ["seeds of validation", "selected", "seeds", experiment.score["name"]]
-    return tables.markdown([*head, "minus softmax's", "95 % interval", "p"], cells)
+        if seeds := set.intersection(*map(set, of_rates)):
+            means = [statistics.mean(found[seed] for seed in seeds) for found in of_rates]
+            _, selected = min(zip(means, rows, strict=True))
+            cells.append(
+                [method, *(f"{mean:.2f}" for mean in means), f"{len(seeds)}", f"{selected:g}"]
+            )
+    head = ["method", *(f"validation at {rate:g}" for rate in experiment.rates.get("softmax", ()))]
+    return tables.markdown([*head, "seeds", "selected"], cells) if cells else ""
 
 
 # {name in the table by layer: field of a line's "layers"}
@@ -311,7 +289,7 @@ def page(text: str) -> str:
                 if heading == "Depth":
                     text += f"\n{by_layer(some, rows)}"
         if of_rates := rates(experiment, old):
-            text += f"\n### Selected learning rates\n\n{of_rates}"
+            text += f"\n### Learning rates by validation\n\n{of_rates}"
         if of_pairs := pairs(experiment, lines):
             text += f"\n### Two rows of the same seeds\n\n{of_pairs}"
         text += f"\n{lib.notes(lines)}"
