@@ -67,5 +67,7 @@ def stamps(folder):
 def files_up_to(size, folder):
     """Return variables that limit the size of files; writing then fails as on a full disk."""
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
-    (folder / "sitecustomize.py").write_text(f"import resource\n\n{limit}\n")
+    # Python would leave truncated bytecode for the next process.
+    lines = ["import resource", "import sys", "", "sys.dont_write_bytecode = True", limit, ""]
+    (folder / "sitecustomize.py").write_text("\n".join(lines))
     return {"PYTHONPATH": str(folder)}

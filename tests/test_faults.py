@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 # A --user-dir that injects a fault: a kill in the middle of a write, a full disk or a maximum file
 # size. It can also write its process id to a file.
 FAULTY = """
-import os, resource, signal
+import os, resource, signal, sys
 import multimax_fairseq.models
 from multimax_fairseq.compat import saving
 
@@ -48,6 +48,7 @@ def faulty(self, data):
 
 saving._CheckedFile.write = faulty
 if size := int(os.environ.get("LARGEST", 0)):
+    sys.dont_write_bytecode = True  # Python would leave truncated bytecode
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 if path := os.environ.get("NUMBER"):
     with open(path + ".part", "w") as file:
