@@ -40,7 +40,7 @@ from typing import Any
 import hydra
 import lib
 import torch
-from lib import CHOICES, CONFIGS, ROOT, Experiment
+from lib import CONFIGS, ROOT, Experiment, options
 from model_statistics import language_model_statistics, learned_values, with_softmax
 from omegaconf import DictConfig, OmegaConf
 
@@ -92,25 +92,6 @@ def fit_batch(cfg: DictConfig, gpus: int) -> None:
     if gpus == 0:
         cfg.common.cpu = True
         cfg.common.fp16 = False
-
-
-def options(cfg: DictConfig) -> list[str]:
-    """The fairseq-train options of a config, without its data."""
-    words = []
-    for group, settings in cfg.items():
-        for key, value in settings.items():
-            flag = "--" + key.replace("_", "-")
-            if key == "_name":
-                words += [CHOICES[group], value]
-            elif (group, key) == ("task", "data") or value is None or value is False:
-                continue
-            elif value is True:
-                words.append(flag)
-            elif OmegaConf.is_list(value):
-                words += [flag, ",".join(map(str, value))]
-            else:
-                words += [flag, str(value)]
-    return words
 
 
 def plan(args: argparse.Namespace, row: str, seed: int) -> Run:

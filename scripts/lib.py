@@ -3,7 +3,7 @@
 import argparse
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,25 @@ CHOICES = {
     "optimizer": "--optimizer",
     "lr_scheduler": "--lr-scheduler",
 }
+
+
+def options(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The fairseq-train options of a config, without its data."""
+    words = []
+    for group, settings in config.items():
+        for key, value in settings.items():
+            flag = "--" + key.replace("_", "-")
+            if key == "_name":
+                words += [CHOICES[group], value]
+            elif (group, key) == ("task", "data") or value is None or value is False:
+                continue
+            elif value is True:
+                words.append(flag)
+            elif isinstance(value, Sequence) and not isinstance(value, str):
+                words += [flag, ",".join(map(str, value))]
+            else:
+                words += [flag, str(value)]
+    return words
 
 
 # --- experiments -------------------------------------------------------------------------------

@@ -137,12 +137,7 @@ def comparison(compared: dict[str, Comparison]) -> dict[str, Column]:
 
 def flags(changes: dict[str, dict[str, object]]) -> str:
     """What a row changes, as options of fairseq-train."""
-    words = []
-    for group, settings in changes.items():
-        for name, value in settings.items():
-            flag = lib.CHOICES[group] if name == "_name" else f"--{name.replace('_', '-')}"
-            value = value[0] if isinstance(value, list) else value  # lr: one rate
-            words.append(flag if value is True else f"{flag} {value}")
+    words = lib.options(changes)
     return f"`{' '.join(words)}`" if words else "the default"
 
 
