@@ -267,16 +267,20 @@ def page(text: str) -> str:
         if not lines:
             continue
         text += f"\n## {title}\n"
-        power = experiment.power["seeds"]
+        power, seeds = experiment.power["rows"], experiment.power["seeds"]
         old = [line for line in lines if line["seed"] < NEW_SEEDS]
-        fixed = [line for line in lines if line["seed"] in power]
-        new = [line for line in lines if line["seed"] not in power and line["seed"] >= NEW_SEEDS]
+        fixed = [line for line in lines if line["seed"] in seeds]
+        new = [line for line in lines if line["seed"] not in seeds and line["seed"] >= NEW_SEEDS]
+        others = [line for line in fixed if line["row"] not in power]
         sections = {
             group.replace("_", " ").capitalize(): (rows, old)
             for group, rows in experiment.groups.items()
         }
         sections["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
-        sections["Seeds fixed in advance"] = (experiment.power["rows"], fixed)
+        # The test that was fixed in advance needs no correction for other rows.
+        sections["Seeds fixed in advance"] = (power, [x for x in fixed if x["row"] in power])
+        rows = ["softmax", *dict.fromkeys(line["row"] for line in others)] if others else []
+        sections["Other rows with these seeds"] = (rows, [*of_row(fixed, "softmax"), *others])
         for heading, (rows, some) in sections.items():
             if any(line["row"] in rows for line in some):
                 compared = compare(experiment, some)

@@ -123,10 +123,22 @@ def test_add_runs_compares_runs_once(results, tmp_path, monkeypatch):
     results.add_runs(out)
     before, _, new = results.page(results.MARK).partition("### New seeds")
     assert row in before and "| 6 | 1.00 |" in new and "| 6 |" not in before
-    run_of(out, "softmax", 17, 2.0, wrong)
+    monkeypatch.setattr(results, "paired_bootstrap", lambda *_: {"difference": 0, "p": 1})
+    differences = {"multimax": (0.5, 0.7, 0.3), "self_attention": (1.0, 2.0, 4.0)}
+    for seed in (17, 18, 19):
+        run_of(out, "softmax", seed, 2.0, wrong)
+        for name, own in differences.items():
+            run_of(out, name, seed, 2.0 + own[seed - 17], wrong)
     results.add_runs(out)
-    new, _, fixed = results.page(results.MARK).partition("### Seeds fixed in advance")
-    assert "| 17 | 2.00 |" in fixed and "2.00 |" not in new.partition("### New seeds")[2]
+    new, _, rest = results.page(results.MARK).partition("### Seeds fixed in advance")
+    assert "2.00 |" not in new.partition("### New seeds")[2]
+    fixed, _, others = rest.partition("### Other rows with these seeds")
+    for part, name in ((fixed, "multimax"), (others, "self_attention")):
+        found = next(line for line in part.splitlines() if line.startswith(f"| {name} |"))
+        p = stats.ttest_1samp(differences[name], 0).pvalue  # uncorrected
+        assert f"| 17, 18, 19 | {2 + statistics.mean(differences[name]):.2f} ±" in found
+        assert f" | {p:.3f} |" in found and "| softmax |" in part
+    assert "self_attention" not in fixed and "| multimax |" not in others
     text = results.front_page("a\n| attention | seeds | of | old |\n| --- |\n| b |\n\nc\n")
     assert text.startswith("a\n| attention | seeds | SacreBLEU |") and text.endswith(" |\n\nc\n")
     assert f"| MultiMax | 3 | {' | '.join(cells[3:7])} | 34.7 ± 0.07 |\n" in text
