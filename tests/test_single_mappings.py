@@ -438,6 +438,7 @@ def test_symbols_returns_the_papers_values_in_float64():
         ("alpha.logit", values[0], {"alpha": 1 + exact[0].sigmoid()}),
         ("modulator.log_temperature", scalar, {"temperature": scalar.double().exp()[None]}),
         ("modulator.log_width", scalar, {"width": scalar.double().exp()[None]}),
+        ("modulator.shift", scalar, {"shift": scalar.double()[None]}),
         ("sink.score", values[0], {"sink.score": exact[0]}),
         ("beta.weight", values, {}),
     ):
@@ -447,6 +448,7 @@ def test_symbols_returns_the_papers_values_in_float64():
         assert found.keys() == expected.keys()
         for symbol, numbers in expected.items():
             torch.testing.assert_close(found[symbol], numbers, rtol=1e-12, atol=0)
+    assert list(symbols("decoder.output_modulator.shift", scalar)) == ["shift"]
 
 
 @pytest.mark.parametrize("alpha", [2.0, 1.5, 1.3, 1.7, torch.tensor([[1.2], [1.4], [1.8]])])

@@ -66,7 +66,9 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
         return {"alpha": alpha_of(value).detach().flatten()}
     if name in ("log_temperature", "log_cap", "log_width"):
         return {name.removeprefix("log_"): value.exp().reshape(1)}
-    added = re.search(r"(?:^|\.)(?:normalizer\.)+(.+)", parameter)
+    added = re.search(
+        r"(?:^|\.)(?:(?:normalizer\.)+|output_modulator\.)(?:modulator\.)?(.+)", parameter
+    )
     return {added[1]: value.reshape(-1)} if added and value.dim() < 2 else {}
 
 
