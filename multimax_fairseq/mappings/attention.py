@@ -43,13 +43,13 @@ def scaled_dot_product_attention(
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
         backend: "cpp" and "triton" do not store the (T, S) probabilities. They support all mappings
-            except softmax with a temperature. "triton" does not support softcap, and supports
-            adaptive_temperature only in training. alpha_entmax needs alpha up to 2; on a GPU the
-            output is NaN for a tensor outside of (1, 2]. "plain" stores the probabilities. It
-            supports all mappings, twice differentiable outside of the modulator. "auto" takes the
-            environment variable MULTIMAX_BACKEND, or else the fastest backend that supports the
-            call. On a GPU this is "triton" for softmax, multimax, ssmax, softmax1 and sink only,
-            because the others are not timed yet.
+            except softmax with a temperature. "triton" does not support multimax with an
+            outer_scale, and supports adaptive_temperature only in training. alpha_entmax needs
+            alpha up to 2; on a GPU the output is NaN for a tensor outside of (1, 2]. "plain" stores
+            the probabilities. It supports all mappings, twice differentiable outside of the
+            modulator. "auto" takes the environment variable MULTIMAX_BACKEND, or else the fastest
+            backend that supports the call. On a GPU this is "triton" for softmax, multimax,
+            softcap, ssmax, softmax1 and sink only, because the others are not timed yet.
         options: other options of the mapping, as in `normalize`.
 
     Returns:
