@@ -375,6 +375,19 @@ def test_attach_keeps_modes_and_dtypes():
     assert logits(model.eval(), tokens()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("make", MODELS)
+def test_attach_keeps_other_models_of_the_same_config(make):
+    model = made(make)
+    before = model.config.to_dict()
+    other = type(model)(model.config).eval()
+    expected = logits(other, tokens())
+    attach(model)
+    assert torch.equal(logits(other, tokens()), expected)
+    assert other.config.to_dict() == before
+    assert logits(type(other)(other.config).eval(), tokens()).shape == expected.shape
+    assert logits(model, tokens()).shape == expected.shape
+
+
 def test_attach_calls_a_vision_model_with_its_inputs():
     config = hf.ViTConfig(
         image_size=16,

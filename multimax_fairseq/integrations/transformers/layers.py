@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.fsmt.modeling_fsmt import PretrainedFSMTModel
 
 from multimax_fairseq.errors import UsageError
@@ -41,7 +42,8 @@ def attach(
     FSMT is supported too, although it has no AttentionInterface.
 
     Load the weights of a softmax model first. `attach` writes the mappings to `model.config`, so
-    `load` reads what `save`, `save_pretrained` or Trainer writes. `from_pretrained` drops them.
+    `load` reads what `save`, `save_pretrained` or Trainer writes. `from_pretrained` drops them. The
+    model's config is a copy from then on, because other models may have the same object.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("gpt2")
@@ -220,15 +222,22 @@ def _call_with_dummies(model: Any) -> None:
 
 @contextlib.contextmanager
 def _unchanged_on_error(model: Any, equipped: dict[str, nn.Module]) -> Iterator[None]:
-    # A config also sets the implementation of the configs inside it, so those are restored last.
-    before = [(config, config._attn_implementation) for config in _configs(model)]
+    before = [
+        (module, module.config)
+        for module in model.modules()
+        if isinstance(vars(module).get("config"), PretrainedConfig)
+    ]
+    # Other models may have the same config objects, so this one gets copies.
+    copies: dict[int, Any] = {}
+    for module, config in before:
+        module.config = copy.deepcopy(config, copies)
     try:
         yield
     except BaseException:
         for module in equipped.values():
             del module.normalizer
-        for config, implementation in before:
-            config._attn_implementation = implementation
+        for module, config in before:
+            module.config = config
         raise
 
 
