@@ -454,7 +454,7 @@ def test_evaluate_scores_against_raw_references(corpus):
     assert result["value"] == BLEU().corpus_score(ordered, [references]).score
     assert f"{len(references)} sentences" in result["protocol"]
     assert "references: raw text" in result["protocol"]
-    assert "Size of sample" in run(corpus, *command, "--subset", "valid", code=1)
+    assert "positions: shorten it" in run(corpus, *command, "--subset", "valid", code=1)
 
 
 @pytest.mark.parametrize("tokenization", ["moses-bpe", "sentencepiece"])
@@ -557,7 +557,7 @@ def test_train_refuses_inconsistent_binarized_data(corpus, tmp_path):
     indexed_dataset.MMapIndexedDatasetBuilder(data).finalize(index)
     assert "has no line" in refused(tmp_path / "empty", *train)
     said = refused(tmp_path / "again", *train, "--max-tokens", "20", "--max-tokens-valid", "20")
-    assert "Size of sample" in said or "--max-tokens" in said
+    assert "positions: shorten it" in said or "--max-tokens" in said
     preprocess = ("fairseq-preprocess", *PLUGIN, "--source-lang", "de", "--target-lang", "en")
     (tmp_path / "again" / "x.de").write_text("a\n")
     (tmp_path / "again" / "x.en").write_text("a\n")

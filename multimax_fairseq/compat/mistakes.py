@@ -214,9 +214,10 @@ SIZES_AND_FOLDERS = [  # lengths, batch size, save folder
         "a sentence has more than the {0} tokens of --max-tokens: pass a larger number",
     ),
     (
-        r"Exception: (Size of sample #\d+) is invalid .*max_positions=(.*?), skip",
-        "{0} is longer than the positions {1}: pass larger --max-source-positions and "
-        "--max-target-positions, or --skip-invalid-size-inputs-valid-test",
+        r"Exception: Size of sample #(\d+) is invalid \(=(.*?)\) since max_positions=(.*?), skip",
+        "sample #{0} has {1} tokens, more than the {2} positions: shorten it, leave it out with "
+        "--skip-invalid-size-inputs-valid-test, or train with larger --max-source-positions and "
+        "--max-target-positions",
     ),
     (
         r"(?:PermissionError|IsADirectoryError|NotADirectoryError|OSError): \[.*?\] (.*): '(.*)'",
