@@ -14,6 +14,7 @@ from multimax_fairseq import (
     linear_log_probs,
     scaled_dot_product_attention,
 )
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.softcap import SoftCap
 from multimax_fairseq.ops import backend, build, cross_entropy
 from multimax_fairseq.ops.attention import windows
@@ -700,7 +701,7 @@ def test_select_answers_with_the_requested_backend(monkeypatch, caplog):
     assert backend.select("auto", parts[0])[0] == "plain"
     assert backend.select("cpp", parts[0]) == ("cpp", "")
     monkeypatch.setenv("MULTIMAX_BACKEND", "fast")
-    with pytest.raises(ValueError, match="MULTIMAX_BACKEND 'fast': choose one of auto, plain"):
+    with pytest.raises(UsageError, match="MULTIMAX_BACKEND 'fast': choose one of auto, plain"):
         scaled_dot_product_attention(*parts, modulator=some_modulator())
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         scaled_dot_product_attention(*parts, modulator=some_modulator(), backend="cuda")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.checks import DTYPES
 
@@ -47,11 +48,11 @@ def requested(backend: str = "auto") -> str:
     if backend == "auto":
         source, backend = VARIABLE, os.environ.get(VARIABLE) or "auto"
     if backend not in BACKENDS:
-        raise ValueError(f"unknown {source} {backend!r}: choose one of {', '.join(BACKENDS)}")
+        raise UsageError(f"unknown {source} {backend!r}: choose one of {', '.join(BACKENDS)}")
     if backend == "cpp" and not _has("cpp"):
-        raise ValueError(f"{source} 'cpp' needs a C++ compiler and an x86 processor with AVX2")
+        raise UsageError(f"{source} 'cpp' needs a C++ compiler and an x86 processor with AVX2")
     if backend == "triton" and not _has("triton"):
-        raise ValueError(f"{source} 'triton' needs the package triton: pip install triton")
+        raise UsageError(f"{source} 'triton' needs the package triton: pip install triton")
     return backend
 
 
