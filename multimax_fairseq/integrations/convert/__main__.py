@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import check_output_file
 
 COMMANDS = {
     "from-authors": ("convert a checkpoint from the authors' patched fairseq", "OLD NEW"),
@@ -47,7 +48,8 @@ def convert(args: argparse.Namespace) -> Path:
             args.old, args.data_bin, args.out
         )
         return onnx
-    out: Path = args.head if args.command == "to-paddlefleet" else args.new
+    name, out = ("HEAD", args.head) if args.command == "to-paddlefleet" else ("NEW", args.new)
+    check_output_file(name, out)
     if out.exists():
         raise UsageError(f"'{out}' exists already: choose another name, or remove it")
     checkpoint = with_fairseq("integrations.convert.checkpoint")
