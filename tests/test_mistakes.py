@@ -124,6 +124,7 @@ MAPPINGS = [
     (f"{TRANSLATE} --attention-normalizer alpha_entmax --entmax-alpha 0.9", "--entmax-alpha 0.9"),
     (f"{TRANSLATE} --attention-normalizer softmax --multimax-order 1", "--multimax-order 1"),
     (f"{TRANSLATE} --attention-normalizer-at crosss", "'crosss' cross"),
+    (f"{TRANSLATE} --attention-normalizer-at cross,cross=softmax", "cross twice"),
     (f"{MODEL} --attention-normalizer-at cross", "cross decoder"),
     (f"{MODEL} --output-normalizer sparsemax", "sparsemax entmax_loss"),
     (f"{TRANSLATE} --criterion entmax_loss", "entmax_loss --output-normalizer"),

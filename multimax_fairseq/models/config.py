@@ -291,6 +291,11 @@ def named_normalizers(args: Any) -> dict[str, str]:
                     f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "
                     f"{word!r}: choose from {', '.join(known)}"
                 )
+        if kind in names:
+            raise UsageError(
+                f"--attention-normalizer-at {args.attention_normalizer_at} names {kind} twice: "
+                "name it once"
+            )
         names[kind] = own or args.attention_normalizer
     return names
 
