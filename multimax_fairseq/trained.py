@@ -140,7 +140,8 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
             translation, and not in text.
 
         Raises:
-            UsageError: the sentences are no list, or the number of targets does not match.
+            UsageError: the sentences are no list; a text has no tokens; the number of targets does
+                not match.
         """
         if isinstance(sentences, str) or isinstance(targets, str):
             raise UsageError("score takes lists of sentences: put a single one in brackets")
@@ -151,6 +152,8 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
                 "pass one translation per source, and no targets for a language model"
             )
         samples = self._encode(sentences, targets)
+        if targets is None and (empty := [i for i, each in enumerate(samples) if len(each) < 2]):
+            raise UsageError(f"sentence {empty[0]} has no tokens, so no score: leave it out")
         return [scored[0] for scored in self.generate(samples, score_reference=True)]
 
     @torch.no_grad()

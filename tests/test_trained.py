@@ -75,6 +75,8 @@ def test_language_model_scores_and_continues_text(checkpoint, data):
     for call in (model.score, model.attention):
         with pytest.raises(UsageError, match="language model"):
             call(["All are"], ["All are"])
+    with pytest.raises(UsageError, match="sentence 1 has no tokens"):
+        model.score(["All are", ""])
     assert model.features("All are").shape == (3, 16)
     found = model.attention("All are")
     assert (found.source, found.encoder, found.cross) == ([], [], [])
