@@ -200,19 +200,18 @@ def test_train_accepts_one_language_that_fits_the_data(paths, folder):
 
 
 @pytest.mark.parametrize(
-    "command, words",
+    "name, command",
     [
-        ("multimax-evaluate", ("x.pt", "data", "--json", "none/r.json")),
-        ("multimax-average", ("x.pt", "--output", "none/a.pt")),
-        ("multimax-convert", ("to-authors", "x.pt", "none/a.pt")),
-        ("multimax-convert", ("to-paddlefleet", "x.pt", "none/head.npz")),
+        ("--json", "multimax-evaluate x.pt data --json none/r.json"),
+        ("--output", "multimax-average x.pt --output none/a.pt"),
+        ("NEW", "multimax-convert to-authors x.pt none/a.pt"),
+        ("HEAD", "multimax-convert to-paddlefleet x.pt none/head.npz"),
     ],
 )
-def test_commands_check_the_output_folder_first(tmp_path, command, words):
-    flag, path = words[-2:]
-    flag = {"to-authors": "NEW", "to-paddlefleet": "HEAD"}.get(words[0], flag)
-    sentence = refused(tmp_path, command, *words)
-    assert f"{flag} '{path}' must be a file in a folder that can be written to" in sentence
+def test_commands_check_the_output_folder_first(tmp_path, name, command):
+    *words, path = command.split()
+    sentence = refused(tmp_path, *words, path)
+    assert f"{name} '{path}' must be a file in a folder that can be written to" in sentence
 
 
 # --- wrong results -------------------------------------------------------------------------------
