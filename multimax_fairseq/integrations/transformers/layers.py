@@ -89,7 +89,7 @@ def attach(
         )
         equipped[name] = module
 
-    with _unchanged_on_error(model, equipped):
+    with _own_configs(model, equipped):
         set_implementation(model)
         token = interface.equip.set(equip)
         try:
@@ -221,13 +221,13 @@ def _call_with_dummies(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _unchanged_on_error(model: Any, equipped: dict[str, nn.Module]) -> Iterator[None]:
+def _own_configs(model: Any, equipped: dict[str, nn.Module]) -> Iterator[None]:
+    """Give the model copies of its configs, which other models may share; undo all on an error."""
     before = [
         (module, module.config)
         for module in model.modules()
         if isinstance(vars(module).get("config"), PretrainedConfig)
     ]
-    # Other models may have the same config objects, so this one gets copies.
     copies: dict[int, Any] = {}
     for module, config in before:
         module.config = copy.deepcopy(config, copies)
