@@ -88,15 +88,11 @@ def fallback_reason(caplog):
     return message.removeprefix(start)
 
 
-def has_ended(process):
-    status = Path("/proc", str(process), "status")
-    return not status.exists() or "State:\tZ" in status.read_text()
-
-
 def assert_ended(process):
     """Wait until a process has ended."""
+    status = Path("/proc", str(process), "status")
     for _ in range(50):
-        if has_ended(process):
+        if not status.exists() or "State:\tZ" in status.read_text():
             return
         time.sleep(0.1)
     raise AssertionError(f"process {process} still runs")
@@ -286,21 +282,24 @@ def test_library_stops_a_compiler_that_hangs(cache, compiler, caplog, monkeypatc
 def test_library_stops_the_compiler_at_an_interrupt(cache, compiler, tmp_path):
     process = tmp_path / "process"
     compiler(f"echo $$ > {process}; exec sleep 600")
+    done = threading.Event()
 
     def interrupt():
         while not (process.exists() and process.read_text()):
             time.sleep(0.01)
-        time.sleep(0.5)  # until the main thread waits for the compiler
-        while not has_ended(process.read_text().strip()):
-            # Again after a while: Python drops an interrupt that arrives in a finalizer.
+        delay = 0.5  # until the main thread waits for the compiler
+        while not done.wait(delay):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(5)
+            delay = 5  # then again, because Python drops an interrupt that arrives in a finalizer
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        build.library()
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build.library()
+    finally:
+        done.set()
+        thread.join()
     assert_ended(process.read_text().strip())
     assert list(cache.iterdir()) == []
 
