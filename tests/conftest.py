@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import random
+import signal
 import tempfile
 from types import SimpleNamespace
 
@@ -26,6 +27,12 @@ from multimax_fairseq.ops import native
 compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled.name
 torch.set_num_threads(1)  # a forked process hangs if OpenMP has started threads before
+# A shell's background ignores SIGINT and SIGQUIT, and nohup ignores SIGHUP. Programs that tests
+# start would inherit that, but they do not inherit a handler.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 AVX2 = "AVX2 and MKL"

@@ -157,8 +157,6 @@ def become(arguments, folder, environment, files):
         os.dup2(file, number)
         os.close(file)
     sys.stdin = open(0, closefd=False)
-    # SIGINT is ignored if the tests run in the background of a shell.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if pattern := environment.get("MULTIMAX_TEST_WAITS"):
         wait_after(pattern)
     os.chdir(folder)

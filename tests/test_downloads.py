@@ -146,8 +146,6 @@ def test_download_resumes_after_ctrl_c(host, tmp_path):
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
-        # Tests in the background of a shell ignore SIGINT, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not part.exists() or not part.stat().st_size:
         assert process.poll() is None

@@ -444,8 +444,6 @@ def test_train_reports_ctrl_c_in_one_sentence(text):
             env=programs_first(),
             stdout=file,
             stderr=file,
-            # Tests in the background of a shell ignore SIGINT, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     while "Start iterating over samples" not in log.read_text():
         assert process.poll() is None, log.read_text()[-2000:]

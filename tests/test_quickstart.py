@@ -76,8 +76,6 @@ def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cw
         env=programs_first() | {"MULTIMAX_TEST_WAITS": f"*/{what}"},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        # A shell's background jobs ignore SIGINT, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not any(out.glob(what)):
         assert process.poll() is None, f"it ended before there was {what}"

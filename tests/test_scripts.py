@@ -135,10 +135,6 @@ def test_quickstart_passes_signals_on(checkout, tmp_path, number, status):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell's background ignores SIGINT and nohup ignores SIGHUP; children inherit that.
-        preexec_fn=lambda: [
-            signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)
-        ],
     )
 
     def until(reached):
