@@ -661,6 +661,19 @@ def test_modulator_is_as_accurate_as_plain_pytorch(kernels, monkeypatch, heads, 
     assert_as_accurate(*found)
 
 
+@pytest.mark.parametrize("size", [1e2, 1e6, 1e30])
+def test_soft_cap_is_flat_at_large_scores(kernels, size):
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        module = SoftCap(5.0, learned=True).to(dtype)
+        keys = torch.tensor([-size, -100.0, 0.5, 100.0, size], dtype=dtype).view(1, 1, 5, 1)
+        values = torch.arange(5, dtype=dtype).view(1, 1, 5, 1)
+        query = torch.ones(1, 1, 1, 1, dtype=dtype)
+        scaled_dot_product_attention(query, keys, values, modulator=module).sum().backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    torch.testing.assert_close(*found, check_dtype=False)
+
+
 @pytest.mark.parametrize("options", [None, {}, {"terms": "low"}])
 @pytest.mark.parametrize("tokens, classes, size, bias", [(1, 7, 5, True), (130, 300, 64, False)])
 def test_fused_scores_is_as_accurate_as_plain(

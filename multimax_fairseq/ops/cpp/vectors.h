@@ -126,15 +126,16 @@ inline Vec rounded(Vec x) {
 
 // tanh(x) with a relative error of at most 3.3e-7.
 inline Vec hyperbolic_tangent(Vec x) {
-  // Minimax rational function x P(x^2) / Q(x^2): the smallest relative error for |x| <= 8.2, where
-  // tanh(x) is 1 - 1.5e-7. All coefficients are positive, so nothing cancels.
-  const Vec u = vec_max(broadcast(-8.2f), vec_min(broadcast(8.2f), x)), square = u * u;
+  // Minimax rational function x P(x^2) / Q(x^2): the smallest relative error for |x| <= 8.2. All
+  // coefficients are positive, so nothing cancels. Beyond 8 the result is exactly 1 or -1, because
+  // a gradient multiplies 1 - tanh(x)^2 by x.
+  const Vec u = vec_max(broadcast(-8), vec_min(broadcast(8), x)), square = u * u;
   Vec p = broadcast(1.133292627e-8f), q = broadcast(6.979453411e-7f);
   for (const float c : {1.924678608e-5f, 3.416145013e-3f, 1.331508038e-1f, 9.999999511e-1f})
     p = p * square + c;
   for (const float c : {3.153495514e-4f, 2.557775049e-2f, 4.664839744e-1f, 1.0f})
     q = q * square + c;
-  return u * p / q;
+  return u == x ? u * p / q : u / 8;
 }
 
 // Matrix products of torch, for `start` of cpu.cpp to set. The library does not link to torch, so
