@@ -35,8 +35,9 @@ def sparsity_multi_modality(collection: Collection) -> Figure | None:
 def pareto(collections: list[Collection]) -> Figure | None:
     """Sparsity and multi-modality on the same scores. Lines are softmax at different temperatures,
     which trades one for the other (Proposition 3.5 of Zhou et al. 2024). Large markers are the
-    model's own mapping. A marker above and to the right of its line is better than softmax at any
-    temperature. One model has one line per layer; several have the mean over the layers."""
+    model's own mapping. If a marker is above and to the right of its line, softmax at none of
+    these temperatures is both as sparse and as multi-modal. One model has one line per layer;
+    several have the mean over the layers."""
     kinds = kinds_of(collections)
     if all(empty(c.temperatures, "sparsity", "multi_modality") for c in collections) or not kinds:
         return None
